@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import platform
@@ -38,7 +39,7 @@ class CpuPlatform(Platform):
         if capability == "fp32":
             return True, "every CPU has fp32"
         if capability == "bf16":
-            unit = self._bf16_unit()
+            unit = bf16_unit()
             return True, f"this CPU has {unit}" if unit else "without bf16 instructions, so slower than fp32"
         if capability == "fp16":
             capabilities = _cpu_capabilities()
@@ -51,7 +52,7 @@ class CpuPlatform(Platform):
 
     def default_precision(self) -> tuple[Literal["fp32", "bf16"], str]:
         """fp32 on every CPU, so that runs are comparable."""
-        unit = self._bf16_unit()
+        unit = bf16_unit()
         hint = f"; this CPU has {unit}, so train.precision=bf16 may be faster" if unit else ""
         return "fp32", f"the default on every CPU{hint}"
 
@@ -86,10 +87,18 @@ class CpuPlatform(Platform):
         matmuls = "fp32 matmuls: oneDNN if large and not in layers that ranks share; MKL has AVX-512 for Intel only"
         return tuple(filter(None, (_keep_freed_memory(), matmuls if onednn_is_faster() else None)))
 
-    def _bf16_unit(self) -> str | None:
-        capabilities = _cpu_capabilities()
-        names = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "Arm BF16"}
-        return next((name for flag, name in names.items() if capabilities.get(flag)), None)
+
+def bf16_unit() -> str | None:
+    """Name of this CPU's instructions for bfloat16 matmuls, or None."""
+    capabilities = _cpu_capabilities()
+    names = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "bf16": "Arm BF16"}
+    return next((name for flag, name in names.items() if capabilities.get(flag)), None)
+
+
+@functools.cache
+def has_bf16_matmuls() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices faster than float32 ones."""
+    return bf16_unit() is not None
 
 
 def onednn_is_faster() -> bool:

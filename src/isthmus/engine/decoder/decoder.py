@@ -399,9 +399,10 @@ class Decoder(MegatronModule):
         return weight, VocabShard(start, rows, group, self.architecture.head.logits_softcap, smoothing, bias)
 
     def matmul_weights(self) -> Iterator[Tensor]:
-        """Weights of linear layers and the rows of the output projection, as matmuls have them."""
+        """Weights of linear layers without FP8 and the rows of the output projection, as matmuls have them."""
         for module in self.decoder.modules():
-            if isinstance(module, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear):
+            is_parallel = isinstance(module, ColumnParallelLinear | RowParallelLinear)
+            if isinstance(module, ReplicatedLinear) or (is_parallel and module.fp8 is None):
                 yield module.weight
         if self.post_process:
             weight, shard = self.output_projection()

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from isthmus.config.schema import ParallelConfig, RunConfig
 from isthmus.engine.linear.packed_weights import are_packed
 from isthmus.engine.linear.quantized_weight import ELEMENT_BYTES
@@ -153,8 +155,8 @@ def estimate_ranks(
         moved |= _rollout_bytes(plan, config, precision, persistent)
         if rank == 0:
             moved["exchanged"] = _exchange_bytes(config, on_gpu=on_gpu)
-        if moved.get("states") and not on_gpu and precision == "fp32":
-            moved["packed"] = _packed_bytes(plan, config, counts, rank)
+        if moved.get("states") and not on_gpu and precision in ("fp32", "bf16"):
+            moved["packed"] = _packed_bytes(plan, config, DTYPES[precision], counts, rank)
         students.append(replace(persistent, activations=ranks[rank].total, temporary=layer, logits=logits, **moved))
     if plan.teacher is None or counts.teacher is None:
         return students
@@ -198,13 +200,13 @@ def _slots(plan: ModelPlan, config: RunConfig) -> int:
     return min(config.rollout.batch_size, math.ceil(answers / plan.parallel.dp(plan.world_size)))
 
 
-def _packed_bytes(plan: ModelPlan, config: RunConfig, counts: PlanCounts, rank: int) -> int:
-    """Packed copies of the float32 weights of a pipeline rank, without routed experts and quantized weights."""
+def _packed_bytes(plan: ModelPlan, config: RunConfig, dtype: torch.dtype, counts: PlanCounts, rank: int) -> int:
+    """Packed copies of the weights of a pipeline rank, without routed experts and quantized weights."""
     multiple = plan.parallel.length_multiple
-    if plan.parallel.fsdp or not are_packed(math.ceil(_slots(plan, config) / multiple) * multiple):
+    if plan.parallel.fsdp or not are_packed(dtype, math.ceil(_slots(plan, config) / multiple) * multiple):
         return 0
     packed = counts.all.of_ranks(plan.parallel)[rank] - counts.quantized.of_ranks(plan.parallel)[rank]
-    return 4 * (packed.total() - packed["expert"])
+    return dtype.itemsize * (packed.total() - packed["expert"])
 
 
 def _state(plan: ModelPlan, config: RunConfig, precision: str, counts: PlanCounts) -> list[MemoryEstimate]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from isthmus.config.schema import RunConfig
+from isthmus.engine.linear import packed_weights
 from isthmus.errors import UsageError
 from isthmus.families.registry import family_for
 from isthmus.platforms.cpu import CpuPlatform
@@ -220,7 +221,7 @@ def test_states_of_generation_are_at_another_time_than_activations() -> None:
     layers, kv_heads, head_dim = 32, 8, 128
     assert result.states == 16 * 2048 * layers * 2 * kv_heads * head_dim * 2 // 2  # keys, values, bf16, tp=2
     training = result.activations + max(result.temporary, result.logits)
-    assert result.total == result.persistent + max(result.states, training) and result.reference == 0
+    assert result.total == result.persistent + max(result.states + result.packed, training) and result.reference == 0
     run = grpo_config(rollout={"batch_size": 256})
     assert estimate_memory(plan_of(LLAMA_8B, run), run, "bf16").states == 8 * result.states  # 128 answers a rank
 
@@ -254,7 +255,7 @@ def test_rank_0_has_the_buckets_of_weights_that_servers_get_through_a_process_gr
     def exchanged(transfer: str, gpu_bytes: int | None) -> list[int]:
         run = grpo_config(rollout=servers | {"transfer": transfer}, parallel={"pp": 2})
         ranks = estimate_ranks(plan_of(LLAMA_8B, run), run, "bf16", gpu_bytes=gpu_bytes)
-        assert all(rank.generation == rank.persistent + rank.states + rank.exchanged for rank in ranks)
+        assert all(rank.generation == rank.persistent + rank.states + rank.packed + rank.exchanged for rank in ranks)
         return [rank.exchanged for rank in ranks]
 
     buckets = [3 * 2**29, 0]
@@ -262,10 +263,15 @@ def test_rank_0_has_the_buckets_of_weights_that_servers_get_through_a_process_gr
     assert exchanged("auto", None) == exchanged("files", 80 << 30) == [0, 0]
 
 
-def test_generation_packs_the_float32_weights_of_a_cpu() -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_generation_packs_the_weights_of_a_cpu(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = grpo_config()
     model = plan_of(LLAMA_8B, run)
-    on_gpu, on_cpu = (estimate_memory(model, run, "fp32", gpu_bytes=size) for size in (80 * 2**30, None))
+    if precision == "bf16":
+        monkeypatch.setattr(packed_weights, "has_bf16_matmuls", lambda: False)
+        assert estimate_memory(model, run, "bf16").packed == 0
+    monkeypatch.setattr(packed_weights, "has_bf16_matmuls", lambda: True)
+    on_gpu, on_cpu = (estimate_memory(model, run, precision, gpu_bytes=size) for size in (80 * 2**30, None))
     assert on_cpu.packed == on_cpu.weights and on_gpu.packed == 0 and on_cpu.states == on_gpu.states
     assert on_cpu.generation - on_gpu.generation == on_cpu.packed
     run = grpo_config(rollout={"batch_size": 1}, parallel={"tp": 1})
