@@ -40,7 +40,7 @@ COMMANDS: dict[str, str] = {
     "convert": "isthmus convert model checkpoints/model --to torch_dist",
     "verify": "isthmus verify model checkpoints/model --logits",
     "merge": "isthmus merge model runs/lora/adapter merged",
-    "bench": "isthmus bench run.yaml train.micro_batch_size=1,2 --warmup 1 --steps 2",
+    "bench": "isthmus bench run.yaml train.micro_batch_size=2,4 --warmup 1 --steps 2",
     "launch": "isthmus launch kubernetes sft run.yaml --out runs/a --gpus 8xH100 launch.nodes=2 "
     "launch.image=isthmus:1 launch.volumes.shared=/shared --dry-run",
     "config show": "isthmus config show preset:llama3.2-1b-sft",
