@@ -31,7 +31,8 @@ QUICK = (
 
 
 def form(text: str) -> list[str]:
-    """The lines without the values of numbers and the widths of columns."""
+    """The lines without the values of numbers, the plural after them, and the widths of columns."""
+    text = re.sub(r"\b(error|warning)s\b", r"\1", text)
     lines = [re.sub(r"\d[\d,.:e+-]*", "0", re.sub(r" +", " ", line)).strip() for line in text.splitlines()]
     return [line for line in lines if line]
 
